@@ -205,7 +205,7 @@ class Wandb(Tracker):
             "console": "off",
             "silent": True,
             "symlink": False,
-            "reinit": "create_new",  # the default hands a sweep's second job the first one's run
+            "reinit": "finish_previous",  # the default hands a sweep's second job the run of a first that broke off
             "init_timeout": self.init_timeout_s,
             "finish_timeout": self.finish_timeout_s,
             "finish_timeout_raises": True,

@@ -29,6 +29,7 @@ def plant(tmp_path, monkeypatch):
             path = tmp_path / (name.replace("__", "/") + ".py")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(body) + "\nraise RuntimeError('this module was imported')\n")
+        importlib.invalidate_caches()  # a finder tells new files by the folder's time, which is coarse
 
     return write
 
@@ -40,6 +41,7 @@ def plant_package(plant, tmp_path):
         folder = tmp_path / name
         if (folder / "INIT.py").exists():
             (folder / "INIT.py").rename(folder / "__init__.py")
+            importlib.invalidate_caches()
 
     return write
 
@@ -291,6 +293,8 @@ def test_the_last_definition_counts_and_overloads_do_not(plant):
         @overload
         def f(a: str): ...
         def f(a, b=1): pass
+        @overload
+        def f(late: str): ...
         def gone(): pass
         del gone
         """
@@ -451,6 +455,7 @@ class Checked:
 def test_a_dataclass_takes_its_fields_and_the_inherited_ones(plant, tmp_path, monkeypatch):
     plant(fields=DATACLASSES)
     (tmp_path / "fields_run.py").write_text(DATACLASSES)
+    importlib.invalidate_caches()
     oracle = importlib.import_module("fields_run")
     for name in ("Base", "Net", "Child", "Own", "Without", "Checked"):
         signature = read(f"fields.{name}")
