@@ -62,6 +62,7 @@ def check(config: Config) -> None:
         if isinstance(config[key], Mapping):
             _check_node(key, config[key])
     _check_length(config)
+    _check_lr(config["optimizer"])
     _check_ranks(config["parallel"])
 
 
@@ -120,8 +121,17 @@ def _check_length(config: Config) -> None:
         shown = f"steps={steps} epochs={epochs}".replace("None", "null")
         raise BadInput(f"{shown}: state one of the two and set the other to null")
     if steps is not None and warmup_steps != "auto" and warmup_steps >= steps:
-        raise BadInput(f"warmup_steps={warmup_steps}: leaves no step to measure of steps={steps}; "
-                       f"warmup_steps={steps // 4} would, or warmup_steps=auto")  # fmt: skip
+        raise BadInput(
+            f"warmup_steps={warmup_steps}: leaves no step to measure of steps={steps}; "
+            f"warmup_steps={steps // 4} would, or warmup_steps=auto"
+        )
+
+
+def _check_lr(optimizer: Mapping[str, Any]) -> None:
+    """torch's own annotation of it names Tensor, which nothing here may import."""
+    lr = optimizer.get("lr")
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or lr < 0:
+        raise BadInput(f"optimizer.lr={'null' if lr is None else lr}: must be a number of 0 or more")
 
 
 def settle(config: Config) -> Config:
@@ -156,12 +166,17 @@ def _check_ranks(parallel: Mapping[str, Any]) -> None:
     if not isinstance(num_ranks, int):
         return
     devices, cores = _devices(parallel), cores_granted()
-    if devices and num_ranks > len(devices):
-        raise BadInput(f"parallel.num_ranks={num_ranks}: this machine has {len(devices)} device(s) and each rank needs "
-                       f"its own; parallel.num_ranks={len(devices)} would work")  # fmt: skip
-    if not devices and num_ranks > max(2, cores * RANKS_PER_CORE):
-        raise BadInput(f"parallel.num_ranks={num_ranks}: this machine grants {cores} core(s) and no accelerator, which "
-                       f"serve at most {max(2, cores * RANKS_PER_CORE)} ranks; parallel.num_ranks={max(2, cores)} would work")  # fmt: skip
+    most = len(devices) if devices else max(2, cores * RANKS_PER_CORE)
+    if num_ranks > most:
+        has = (
+            f"has {most} device(s) and each rank needs its own"
+            if devices
+            else f"grants {cores} core(s), no accelerator"
+        )
+        raise BadInput(
+            f"parallel.num_ranks={num_ranks}: this machine {has}; at most {most} ranks, "
+            f"parallel.num_ranks={most if devices else max(2, cores)} would work"
+        )
 
 
 def _devices(parallel: Mapping[str, Any]) -> list[Accelerator]:

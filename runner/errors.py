@@ -2,7 +2,7 @@
 
 
 class BadInput(ValueError):
-    """Something a user stated cannot be done; the message is one sentence with the key, the value, why, and what would work."""
+    """Something a user stated cannot be done: one sentence with the key, the value, why, and what would work."""
 
 
 class Diverged(ArithmeticError):

@@ -1,4 +1,4 @@
-"""One job from its checked config to its closed record: the child's environment, its start, its end, and what is shown."""
+"""One job from its checked config to its closed record: the child's environment, its start, and its end."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from runner import record
 from runner.check import Config
 from runner.diagnose import diagnose
 from runner.errors import EXIT_CODES, Interrupted
-from runner.machine import accelerators, cores_granted, environment
+from runner.machine import accelerators, cores_granted, environment, has_native_bf16
 from runner.report import panel
 from runner.trackers import Tracker
 from runner.utilisation import UtilisationSampler
@@ -48,7 +48,7 @@ class Job:
         self.directory, self.config, self.world_size = directory.absolute(), config, world_size
         self.started_at = time.monotonic()
         self.console = Console()
-        self.keeps_record = int(os.environ.get("RANK", 0)) == 0
+        self.keeps_record = int(os.environ.get("RANK", "0")) == 0
         self.tracker: Tracker = instantiate(config["tracker"])
         self.summary: record.Summary = {}
         if self.keeps_record:
@@ -57,7 +57,7 @@ class Job:
                 config=recorded_config,
                 levers=levers,
                 run=_facts(self.directory, overrides, sweep),
-                environment=environment(),
+                environment=environment() | {"has_native_bf16": _has_native_bf16(config)},
             )
 
     @property
@@ -96,7 +96,10 @@ class Job:
         )
         self.summary["diagnosis"] = diagnose(self.summary)
         record.write_json(self.directory / record.SUMMARY, self.summary)
-        self.console.print(panel(self.summary, self.directory))
+        if exit_code == EXIT_CODES["bad_input"]:
+            print(reason, file=sys.stderr)
+        else:
+            self.console.print(panel(self.summary, self.directory))
         closing = self.tracker.finish(self.summary)
         if closing:
             self._say(closing)
@@ -141,7 +144,7 @@ class Job:
     def _start_child(self, *, stdout: int | None) -> subprocess.Popen[bytes]:
         """One fresh process whose whole environment is settled before it imports torch."""
         return subprocess.Popen(
-            [sys.executable, "-u", "-m", "runner.worker", str(self.directory)],
+            [sys.executable, "-u", "-c", "from runner.worker import entry; entry()", str(self.directory)],
             env=child_environment(self.config),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -210,6 +213,11 @@ def _end(child: subprocess.Popen[bytes], number: int) -> int:
         child.kill()
         child.wait()
         return 128 + number
+
+
+def _has_native_bf16(config: Config) -> bool | None:
+    devices = [] if config["parallel"].get("device") == "cpu" else accelerators()
+    return devices[0].has_native_bf16 if devices else has_native_bf16()
 
 
 def _facts(directory: Path, overrides: Sequence[str], sweep: str | None) -> dict[str, Any]:

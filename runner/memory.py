@@ -1,4 +1,4 @@
-"""Memory policy: memory format, cuDNN's autotuner, and the allocator's settings, applied before the first allocation."""
+"""Memory policy: memory format, cuDNN's autotuner, and the allocator's settings."""
 
 from dataclasses import dataclass
 

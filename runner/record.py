@@ -1,4 +1,4 @@
-"""The record of a run: which files and keys it has, and how they are written so that a kill at any moment leaves them readable."""
+"""The record of a run: its files and keys, written so that a kill at any moment leaves them readable."""
 
 import json
 import math

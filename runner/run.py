@@ -20,9 +20,21 @@ from runner.explain import explain, is_config_error
 from runner.machine import cores_granted
 
 _HERE = Path(__file__).resolve().parent
-_LEVER_GROUPS = ("task", "data", "model", "optimizer", "schedule", "precision", "batch", "compile", "parallel", "memory")
+_LEVER_GROUPS = (
+    "task",
+    "data",
+    "model",
+    "optimizer",
+    "schedule",
+    "precision",
+    "batch",
+    "compile",
+    "parallel",
+    "memory",
+)
 
 _exit_codes: list[int] = []  # of this process's jobs, in order
+_refusals: list[str] = []  # kept here and said at the end: Hydra adds lines of its own to what is raised through it
 _sweep_directory: list[Path] = []
 
 
@@ -41,6 +53,8 @@ def main(arguments: Sequence[str], *, conf: Path) -> int:
     signal.signal(signal.SIGTERM, _stop)
     try:
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_compose_and_run)()
+        for refusal in _refusals:
+            print(refusal, file=sys.stderr)
     except KeyboardInterrupt:
         _exit_codes.append(130)
     except Interrupted as stop:
@@ -67,13 +81,15 @@ def _compose_and_run(cfg: DictConfig) -> float | None:
     except Exception as error:
         if not (isinstance(error, BadInput) or is_config_error(error)):
             raise
-        if not is_sweep:
-            _discard(directory)
-            raise
-        from runner.job import refuse
-
-        refuse(directory, overrides, explain(error) if is_config_error(error) else str(error), sweep=sweep)
+        reason = explain(error) if is_config_error(error) else str(error)
         _exit_codes.append(EXIT_CODES["bad_input"])
+        if is_sweep:
+            from runner.job import refuse
+
+            refuse(directory, overrides, reason, sweep=sweep)
+        else:
+            _discard(directory)
+            _refusals.append(reason)
         return None
     # Imported when a job really starts: a config error should not wait for the terminal's and W&B's modules.
     from runner.job import Job
@@ -95,7 +111,7 @@ def _prepare(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, st
     for key, value in _settled_by_launcher(config, settle(config)).items():
         OmegaConf.update(cfg, key, value)
     config = _plain(cfg)
-    world_size = int(os.environ.get("WORLD_SIZE", config["parallel"].get("num_ranks", 1)))
+    world_size = int(os.environ.get("WORLD_SIZE") or config["parallel"].get("num_ranks", 1))
     levers = _levers(config, choices, world_size=world_size)
     recorded = _plain(cfg, hide_environment=True)
     return {"config": config, "recorded_config": recorded, "levers": levers, "world_size": world_size}
@@ -126,7 +142,7 @@ def _couple_length(cfg: DictConfig, overrides: Sequence[str]) -> None:
 def _settled_by_launcher(config: Config, settled: Config) -> Config:
     """Where a launcher has started the ranks, their number is its, not ours."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    if local is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if local is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return settled
     if "num_ranks" not in config["parallel"]:
         raise BadInput(
@@ -179,7 +195,7 @@ def _register_resolvers() -> None:
 
 def _agreed_directory(arguments: Sequence[str]) -> list[str]:
     """Under torchrun each rank composes for itself: the directory's name comes from what all of them are given."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or any(word.startswith("hydra.run.dir=") for word in arguments):
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or any(word.startswith("hydra.run.dir=") for word in arguments):
         return []
     shared = [os.environ.get(key, "") for key in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_PORT")]
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):

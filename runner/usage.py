@@ -1,6 +1,7 @@
-"""The text of `--help`: every word, and every group with its options, read from the folders without importing anything."""
+"""The text of `--help`: every word, and every group with its options, read from the folders alone."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 _HEAD = """\
@@ -32,5 +33,5 @@ def text(words: Mapping[str, str], config_dirs: Sequence[Path]) -> str:
 def config_dirs(arguments: Sequence[str]) -> list[Path]:
     """The directories named by ``--config-dir`` (``-cd``) in the arguments."""
     named = [word.split("=", 1)[1] for word in arguments if word.startswith(("--config-dir=", "-cd="))]
-    named += [after for word, after in zip(arguments, arguments[1:], strict=False) if word in ("--config-dir", "-cd")]
+    named += [after for word, after in pairwise(arguments) if word in ("--config-dir", "-cd")]
     return [Path(name) for name in named]

@@ -41,6 +41,15 @@ def main(directory: Path) -> int:
     return 0
 
 
+def entry() -> None:
+    """Where the process begins. It is started by ``-c``, so that ranks need not import a ``__main__`` of its own."""
+    code = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: after a failure, threads of the process group may wait for ranks that are gone.
+    os._exit(code)
+
+
 def load_config(directory: Path) -> DictConfig:
     """The job's config as the launching process recorded it."""
     config = OmegaConf.create(read_summary(directory)["config"])
@@ -110,14 +119,3 @@ def _tell(error: BaseException, directory: Path) -> int:
     if directory.is_dir():
         write_json(directory / ERROR, {"status": status, "exit_code": exit_code, "reason": reason})
     return exit_code
-
-
-if __name__ == "__main__":
-    # The ranks unpickle functions of this module, so they must be the importable one's, not __main__'s.
-    from runner.worker import main as run_job
-
-    code = run_job(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: after a failure, threads of the process group may wait for ranks that are gone.
-    os._exit(code)

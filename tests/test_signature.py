@@ -452,7 +452,7 @@ class Checked:
 """
 
 
-def test_a_dataclass_takes_its_fields_and_the_inherited_ones(plant, tmp_path, monkeypatch):
+def test_a_dataclass_takes_its_fields_and_the_inherited_ones(plant, tmp_path):
     plant(fields=DATACLASSES)
     (tmp_path / "fields_run.py").write_text(DATACLASSES)
     importlib.invalidate_caches()

@@ -1,4 +1,4 @@
-"""The global order: which samples form each step's global batch, and which of them this rank reads in which micro-batch."""
+"""The global order: which samples form each step's global batch, and which part of them a rank reads when."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,8 +90,10 @@ class StepSampler:
         if smallest < min_samples and min_samples > 1:
             what = f"a short batch of {num_left} over {self.world_size} rank(s) leaves {smallest} in a micro-batch"
             if not num_full:
-                raise BadInput(f"batch.global_batch_size={self.global_batch_size}: the set has {num_left} samples; {what}, "
-                               f"and this model's batch statistics need {min_samples}")  # fmt: skip
+                raise BadInput(
+                    f"batch.global_batch_size={self.global_batch_size}: the set has {num_left} samples; {what}, "
+                    f"and this model's batch statistics need {min_samples}"
+                )
             self.remarks.append(f"{what}, too few for this model's batch statistics: it is left out of every epoch")
             return False
         if not num_full:
@@ -130,7 +132,7 @@ class StepSampler:
 
 
 class EvaluationSampler:
-    """Each sample of a set once over all ranks, in order and unpadded: ranks may differ by one in how many they read."""
+    """Each sample of a set once over all ranks, in order, unpadded: ranks may differ by one in how many they read."""
 
     def __init__(self, *, num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
         self.share = np.array_split(np.arange(num_samples, dtype=np.int64), world_size)[rank]

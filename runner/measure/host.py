@@ -1,4 +1,4 @@
-"""What the operating system says of this thread and process: CPU time, run-queue delay, memory, pauses of the collector."""
+"""What the system says of this thread and process: CPU time, run-queue delay, memory, pauses of the collector."""
 
 import gc
 import os

@@ -56,20 +56,20 @@ class DDP(Single):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self.is_launched = "RANK" in os.environ
-        self.world_size = int(os.environ.get("WORLD_SIZE", self.num_ranks))
-        self.rank = int(os.environ.get("RANK", 0))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", str(self.num_ranks)))
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.data_parallel_rank, self.data_parallel_size = self.rank, self.world_size
         if self.device.type != "cpu":
             self._claim_device()
 
     def _claim_device(self) -> None:
         num_devices = torch.accelerator.device_count()
-        needed = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
+        needed = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.num_ranks)))
         if needed > num_devices:
             raise BadInput(
-                f"parallel.num_ranks={needed}: this machine has {num_devices} {self.device.type} device(s) and each rank "
-                f"needs its own; parallel.num_ranks={num_devices} would work"
+                f"parallel.num_ranks={needed}: this machine has {num_devices} {self.device.type} device(s) and each "
+                f"rank needs its own; parallel.num_ranks={num_devices} would work"
             )
         self.device = torch.device(self.device.type, self.local_rank)
 

@@ -12,7 +12,6 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from runner.errors import RankFailed, ending
 from runner.process import die_with_parent
@@ -50,7 +49,10 @@ def start_ranks(work: Callable[..., None], arguments: tuple, *, num_ranks: int, 
     with tempfile.TemporaryDirectory(prefix="runner-ranks-") as folder:
         ranks = [
             context.Process(
-                target=_rank, args=(work, arguments, rank, num_ranks, store.port, folder), name=f"rank {rank}"
+                target=_rank,
+                args=(work, arguments),
+                kwargs={"rank": rank, "num_ranks": num_ranks, "port": store.port, "folder": folder},
+                name=f"rank {rank}",
             )
             for rank in range(num_ranks)
         ]
@@ -65,7 +67,7 @@ def start_ranks(work: Callable[..., None], arguments: tuple, *, num_ranks: int, 
         raise failure
 
 
-def _rank(work: Callable[..., None], arguments: tuple, rank: int, num_ranks: int, port: int, folder: str) -> None:
+def _rank(work: Callable[..., None], arguments: tuple, *, rank: int, num_ranks: int, port: int, folder: str) -> None:
     """One rank's process: its place in the environment, as torchrun would put it, then the work."""
     die_with_parent()
     os.environ |= {
