@@ -63,8 +63,28 @@ def table(runs: Runs, root: Path) -> Table:
     return grid
 
 
+# These follow from other levers: rank count and sizes derived from it.
+_FOLLOWS = {
+    "parallel": ("world_size", "micro_batch_size", "accumulation_steps"),
+    "world_size": ("micro_batch_size", "accumulation_steps", "parallel.num_ranks", "parallel.num_threads"),
+    "batch": ("global_batch_size", "micro_batch_size", "accumulation_steps", "lr_scaling", "lr"),
+    "optimizer.lr": ("lr",),
+}
+
+
 def differing_levers(runs: Runs) -> list[str]:
-    """The levers that do not have one value in all runs; a run that records none tells nothing."""
+    """The levers that do not have one value in all runs, less those that follow from another that differs.
+
+    A group that differs (parallel=single, parallel=ddp) stands for the keys below it. A run that records no lever
+    tells nothing.
+    """
+    names = _all_differing(runs)
+    implied = {name for name in names for group in names if name.startswith(f"{group}.")}
+    implied |= {follower for name in names for follower in _FOLLOWS.get(name, ())}
+    return [name for name in names if name not in implied]
+
+
+def _all_differing(runs: Runs) -> list[str]:
     values = [levers for _, summary in runs if (levers := section(clean(summary), "levers"))]
     names = dict.fromkeys(name for levers in values for name in levers)
     return [name for name in names if len({show(levers.get(name)) for levers in values}) > 1]

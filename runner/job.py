@@ -169,13 +169,13 @@ class Job:
         return "failed", f"the job's process ended with exit code {code}; run.log may say why", EXIT_CODES["failed"]
 
 
-def refuse(directory: Path, overrides: Sequence[str], reason: str, *, sweep: str | None) -> None:
+def refuse(directory: Path, overrides: Sequence[str], reason: str, *, levers: Config, sweep: str | None) -> None:
     """Record a sweep's job whose config cannot run, so that it is a row of the table."""
     now = time.monotonic()
     record.start(
         directory,
         config={},
-        levers={},
+        levers=levers,
         run=_facts(directory.absolute(), overrides, sweep),
         environment=environment(),
     )

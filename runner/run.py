@@ -86,7 +86,8 @@ def _compose_and_run(cfg: DictConfig) -> float | None:
         if is_sweep:
             from runner.job import refuse
 
-            refuse(directory, overrides, reason, sweep=sweep)
+            groups = {group: state.runtime.choices[group] for group in _LEVER_GROUPS if group in state.runtime.choices}
+            refuse(directory, overrides, reason, levers=groups, sweep=sweep)
         else:
             _discard(directory)
             _refusals.append(reason)
@@ -177,12 +178,10 @@ def _stop(signal_number: int, frame: FrameType | None) -> None:
 
 def _close_sweep() -> int:
     """The sweep's table and exit code."""
-    from rich.console import Console
-
-    from runner.compare import find_runs, table
+    from runner.compare import console, find_runs, table
 
     directory = _sweep_directory[0]
-    Console().print(table(find_runs(directory), directory))
+    console().print(table(find_runs(directory), directory))
     interrupted = [code for code in _exit_codes if code >= 128]
     return interrupted[-1] if interrupted else int(any(_exit_codes))
 
