@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,16 +174,11 @@ class Wandb(Tracker):
         return f"W&B offline{f' ({reason})' if reason else ''}: `wandb sync {_path(self._run)}` uploads it"
 
     def _begin(self, wandb: Any, mode: str, identity: Facts) -> None:
-        with _no_stdin():
-            wandb.setup(wandb.Settings(silent=True))  # init's own setting comes too late for some of its printing
-            self._run = wandb.init(
-                mode=mode,
-                project=self.project,
-                entity=self.entity,
-                tags=self.tags,
-                settings=wandb.Settings(**self._settings()),
-                **identity,
-            )
+        # Silent from here on, not from init's own setting on: else it prints first and, on a terminal, asks for a key.
+        wandb.setup(wandb.Settings(silent=True))
+        settings = wandb.Settings(**self._settings())
+        named = {"project": self.project, "entity": self.entity, "tags": self.tags}
+        self._run = wandb.init(mode=mode, settings=settings, **named, **identity)
         # W&B's own step must grow and drops what comes late; as an axis of its own `step` may come in any order.
         for chart in _CHARTS:
             is_outcome = chart in ("train", "val")  # the others' last values say nothing: the summary has their means
@@ -285,18 +280,6 @@ def _let_go(wandb: Any) -> None:
     """End W&B's process, which writes what it still has; as soon as its timeouts allow."""
     with suppress(Exception, SystemExit):  # it passes its process's exit code on as this one's
         wandb.teardown()
-
-
-@contextmanager
-def _no_stdin() -> Iterator[None]:
-    """An empty standard input: on a terminal W&B asks for a key and waits for ever."""
-    stdin = sys.stdin
-    with open(os.devnull) as nothing:
-        sys.stdin = nothing
-        try:
-            yield
-        finally:
-            sys.stdin = stdin
 
 
 def _path(run: Any) -> str:

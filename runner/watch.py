@@ -1,4 +1,4 @@
-"""Following a running job from outside: its lines on the terminal and in run.log, its progress, and the tracker's feed."""
+"""Following a running job from outside: its output, its progress, and the feed of the tracker."""
 
 import json
 import statistics

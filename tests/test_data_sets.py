@@ -305,7 +305,7 @@ def test_folder_numbers_sorted_classes_and_finds_every_image(tmp_path):
     paths = [tmp_path / "train" / name / file for name in data.classes for file in
              ("0.png", "1.jpg", "2.JPEG", "3.webp", "4.bmp")]  # fmt: skip
     assert [data.path(index) for index in range(15)] == paths
-    assert data.path(-1) == paths[-1]
+    assert [data.path(index) for index in (-1, -15)] == [paths[-1], paths[0]]
     assert [data[index][1] for index in range(15)] == [0] * 5 + [1] * 5 + [2] * 5
     with pytest.raises(IndexError):
         data[15]
