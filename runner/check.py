@@ -52,7 +52,7 @@ def check(config: Config) -> None:
     Raises:
         BadInput: one sentence: key, value, why, what would work.
     """
-    hints = get_type_hints(Root)
+    hints = get_type_hints(Root, include_extras=True)
     known = [field.name for field in fields(Root)]
     for key, value in config.items():
         if key not in hints:

@@ -52,6 +52,7 @@ def main(arguments: Sequence[str], *, conf: Path) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     signal.signal(signal.SIGTERM, _stop)
     try:
+        _refuse_null_groups(arguments, conf)
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_compose_and_run)()
         for refusal in _refusals:
             print(refusal, file=sys.stderr)
@@ -74,7 +75,8 @@ def _compose_and_run(cfg: DictConfig) -> float | None:
     is_sweep = state.mode == RunMode.MULTIRUN
     if is_sweep and not _sweep_directory:
         _sweep_directory.append(Path(state.sweep.dir).absolute())
-    overrides = list(state.overrides.task)
+    # As they were typed: iterating them would put the values of environment variables in their place.
+    overrides = [str(word) for word in OmegaConf.to_container(state.overrides.task, resolve=False) or []]
     sweep = _sweep_directory[0].name if is_sweep else None
     try:
         prepared = _prepare(cfg, overrides, state.runtime.choices)
@@ -113,16 +115,19 @@ def _prepare(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, st
         OmegaConf.update(cfg, key, value)
     config = _plain(cfg)
     world_size = int(os.environ.get("WORLD_SIZE") or config["parallel"].get("num_ranks", 1))
-    levers = _levers(config, choices, world_size=world_size)
     recorded = _plain(cfg, hide_environment=True)
+    levers = _levers(config, recorded, choices, world_size=world_size)
     return {"config": config, "recorded_config": recorded, "levers": levers, "world_size": world_size}
 
 
-def _levers(config: Config, choices: Mapping[str, str], *, world_size: int) -> Config:
-    """The composed values that decide speed and outcome, flat and dotted, as they became."""
+def _levers(config: Config, recorded: Config, choices: Mapping[str, str], *, world_size: int) -> Config:
+    """The composed values that decide speed and outcome, flat and dotted, as they became.
+
+    They are part of the record, so an environment variable stands in them as it is written.
+    """
     levers: Config = {group: choices[group] for group in _LEVER_GROUPS if group in choices}
     for group in ("data", "model", "optimizer", "schedule", "precision", "compile", "parallel", "memory"):
-        levers |= {f"{group}.{key}": value for key, value in _flat(config[group]) if "_partial_" not in key}
+        levers |= {f"{group}.{key}": value for key, value in _flat(recorded[group]) if "_partial_" not in key}
     levers |= {key: config[key] for key in ("seed", "steps", "epochs", "max_grad_norm")}
     levers |= {"world_size": world_size, "lr": config["optimizer"].get("lr")}
     batch = check_batch(config, world_size=world_size)
@@ -131,6 +136,15 @@ def _levers(config: Config, choices: Mapping[str, str], *, world_size: int) -> C
         levers |= {key: getattr(batch, key) for key in sizes}
         levers["lr"] = batch.scale_lr(config["optimizer"]["lr"])
     return levers
+
+
+def _refuse_null_groups(arguments: Sequence[str], conf: Path) -> None:
+    """Hydra answers GROUP=null with an assertion of its own; no group but experiment can be left out."""
+    for word in arguments:
+        group, is_stated, option = word.partition("=")
+        if is_stated and option == "null" and group != "experiment" and (conf / group).is_dir():
+            options = sorted(path.stem for path in (conf / group).glob("*.yaml"))
+            raise BadInput(f"{word}: a run needs one; choose one of {', '.join(options)}")
 
 
 def _couple_length(cfg: DictConfig, overrides: Sequence[str]) -> None:

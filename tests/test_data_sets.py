@@ -448,10 +448,11 @@ def test_synthetic_has_the_shape_asked_for_and_equal_classes():
 def test_synthetic_is_the_same_for_a_seed_and_another_for_another():
     images, targets = everything(synthetic(seed=5))
     again, targets_again = everything(synthetic(seed=5))
-    other, _ = everything(synthetic(seed=6))
+    other, other_targets = everything(synthetic(seed=6))
     assert torch.equal(images, again)
     assert torch.equal(targets, targets_again)
     assert not torch.equal(images, other)
+    assert not torch.equal(targets, other_targets)
     assert (class_means(synthetic(seed=5)) - class_means(synthetic(seed=6))).abs().mean() > 30
 
 
@@ -511,7 +512,7 @@ def test_synthetic_made_in_pieces_is_the_whole(monkeypatch):
 
 @pytest.mark.parametrize("changed", [
     {"num_samples": 0}, {"num_classes": 0}, {"num_channels": -1}, {"image_size": 0}, {"seed": -1}, {"noise": -1.0},
-    {"noise": float("nan")}, {"split": "test"},
+    {"noise": float("nan")}, {"noise": float("inf")}, {"split": "test"},
 ])  # fmt: skip
 def test_synthetic_names_the_option_it_cannot_accept(changed):
     [(key, value)] = changed.items()

@@ -101,7 +101,7 @@ def watched_devices(monkeypatch):
         monkeypatch.setitem(sys.modules, "pynvml", nvml.module)
         indices = range(len(devices)) if indices is None else indices
         with sampler(os.getpid(), period_s=0.01, device_indices=indices) as watched:
-            while len(watched._columns["at"]) < 20:
+            while watched._thread.is_alive() and len(watched._columns["at"]) < 20:
                 time.sleep(0.01)
         return watched.summary(), nvml
 

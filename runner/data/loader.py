@@ -52,6 +52,9 @@ class NativeLoader:
             pin_memory=pin_memory,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             in_order=self.in_order,
+            # A generator of its own: each pass draws a seed for its workers, and from the process's generator that
+            # draw would move the dropout masks that follow, so that evaluating more often would train differently.
+            generator=torch.Generator().manual_seed(fetcher.seed),
             **(self.worker_options if self.num_workers else {}),  # type: ignore[arg-type]
         )
 
