@@ -198,7 +198,6 @@ class Wandb(Tracker):
             "x_save_requirements": False,
             "host": "",
             "console": "off",
-            "silent": True,
             "symlink": False,
             "reinit": "finish_previous",  # the default hands a sweep's second job the run of a first that broke off
             "init_timeout": self.init_timeout_s,

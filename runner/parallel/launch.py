@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from runner.errors import RankFailed, ending
-from runner.process import die_with_parent
+from runner.process import die_with_launcher
 
 STORE_PORT = "RUNNER_STORE_PORT"
 GRACE_S = 10.0  # between asking the other ranks to end and ending them
@@ -69,7 +69,7 @@ def start_ranks(work: Callable[..., None], arguments: tuple, *, num_ranks: int, 
 
 def _rank(work: Callable[..., None], arguments: tuple, *, rank: int, num_ranks: int, port: int, folder: str) -> None:
     """One rank's process: its place in the environment, as torchrun would put it, then the work."""
-    die_with_parent()
+    die_with_launcher()
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
