@@ -427,7 +427,8 @@ def test_neither_the_key_nor_the_environment_is_written_or_sent(tmp_path, server
     planted = {"WANDB_API_KEY": KEY, "SECRET_TOKEN": "plantedsecretvalue", "WANDB_NOTES_FILE": "plantedothervalue"}
     for name, value in planted.items():
         monkeypatch.setenv(name, value)
-    hidden = [*planted.values(), socket.gethostname(), "torch==", "git@", str(Path(__file__).parent)]
+    monkeypatch.setattr(socket, "gethostname", lambda: "plantedhostname")
+    hidden = [*planted.values(), "plantedhostname", "torch==", "git@", str(Path(__file__).parent)]
     record(tracker(), tmp_path / "run", "a")
     record(tracker(mode="offline"), tmp_path / "run", "b")
     server.answer = 401
